@@ -93,7 +93,7 @@ def emulate(*, join: bool = True) -> Emulation:
                 "neuron_compat.emulate(), which NEURON_COMPAT_EMULATE=1 calls, needs torchrun, or an initialised "
                 "torch.distributed; a single process needs no emulation"
             )
-        _active.append(_replace_torch_xla(*_get_rank_and_world_size()))
+        _active.append(_patch_torch_xla(*_get_rank_and_world_size()))
     if join:
         _ensure_process_group()
     return _active[0]
@@ -121,7 +121,7 @@ def _ensure_process_group() -> None:
         distributed.init_process_group("gloo")
 
 
-def _replace_torch_xla(rank: int, world: int) -> Emulation:
+def _patch_torch_xla(rank: int, world: int) -> Emulation:
     """Replace torch_xla's functions by the emulation."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     xm, xr = import_module("torch_xla.core.xla_model"), import_module("torch_xla.runtime")

@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from xla_ckpt.reports import Phase as Phase
     from xla_ckpt.reports import SaveReport as SaveReport
     from xla_ckpt.reports import on_report as on_report
-    from xla_ckpt.saving.registry import SaveHandle as SaveHandle
+    from xla_ckpt.saving.background import SaveHandle as SaveHandle
     from xla_ckpt.saving.save import finalize_checkpoint as finalize_checkpoint
     from xla_ckpt.saving.save import save as save
     from xla_ckpt.saving.save import save_checkpoint as save_checkpoint
@@ -206,7 +206,7 @@ _EXPORTS = {
         "SaveReport",
         "on_report",
     ),
-    "saving.registry": ("SaveHandle",),
+    "saving.background": ("SaveHandle",),
     "saving.save": (
         "finalize_checkpoint",
         "save",

@@ -21,7 +21,7 @@ import torch
 import xla_ckpt
 from tests.crash.operations import Lost, arrays_of, momentum_of
 from tests.crash.soak_judge import Ask, Event, Sample, write_line
-from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.saving.background import SaveHandle
 from xla_ckpt.tags.orbax_commit import ORBAX_COMMITTER
 
 COLUMNS = 200

@@ -53,7 +53,7 @@ def test_the_store_is_tidied_behind_the_slowest() -> None:
         with pytest.raises(UsageError, match="no") as caught:
             call(2)
         assert caught.value.rank == 0
-    ranks[0].wait_for_peers(5)
+    ranks[0].wait_at_exit(5)
 
 
 def test_rounds_of_a_rank_that_is_gone_are_given_up() -> None:
@@ -61,7 +61,7 @@ def test_rounds_of_a_rank_that_is_gone_are_given_up() -> None:
     made = ranks[0].begin("call", 0.05)
     with pytest.raises(RankFailedError), ranks[0].participate(made):
         agree(made, "doing", lambda: None)
-    ranks[0].wait_for_peers(60)  # returns at once
+    ranks[0].wait_at_exit(60)  # returns at once
 
 
 def test_an_error_in_a_call_is_what_the_call_raises_though_nobody_can_be_told() -> None:

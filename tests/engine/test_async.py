@@ -17,7 +17,7 @@ import torch
 import xla_ckpt
 from tests.nursery import Born, Call, Program, bear
 from tests.runs import names_in
-from xla_ckpt.saving import registry
+from xla_ckpt.saving import background
 from xla_ckpt.saving import run as engine_save
 
 
@@ -196,7 +196,7 @@ def test_staging_memory_is_given_back(tmp_path: Path) -> None:
     staging = HOST_MEMORY_POOL.get_staging(HOST_COPY_ENGINE)
     assert len(staging.borrow(0)) == 0
     staging.give_back(staging._kept)
-    assert registry.SAVES._latest == {}
+    assert background.SAVES._latest == {}
 
 
 def saves(root: Path) -> None:

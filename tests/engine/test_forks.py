@@ -26,7 +26,7 @@ from tests.jobs import run_alone
 from xla_ckpt import SaveOptions
 from xla_ckpt.core.lightweight import cached_property
 from xla_ckpt.errors import UsageError
-from xla_ckpt.saving.registry import SAVES
+from xla_ckpt.saving.background import SAVES
 from xla_ckpt.storage.process_state import PROCESS_STATE
 from xla_ckpt.tags import orbax_commit
 

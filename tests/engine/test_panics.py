@@ -18,7 +18,7 @@ from tests.storage.failing import Faults
 from xla_ckpt import SaveOptions
 from xla_ckpt.errors import CheckpointError, SaveError
 from xla_ckpt.saving import run as engine_save
-from xla_ckpt.saving.registry import BACKGROUND_TASKS
+from xla_ckpt.saving.background import BACKGROUND_TASKS
 from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.storage.memory import MemoryFiles
 from xla_ckpt.storage.remote import RemoteStore

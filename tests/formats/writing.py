@@ -21,7 +21,7 @@ from xla_ckpt.distributed.exchange import Exchange, InProcessCommunicator
 from xla_ckpt.distributed.job import ExchangeSequence
 from xla_ckpt.reports import SaveReport
 from xla_ckpt.saving import save as api_save
-from xla_ckpt.saving.registry import SaveRegistry
+from xla_ckpt.saving.background import SaveRegistry
 
 LAYOUTS = pytest.mark.parametrize("layout", ["xser", "pt"])
 

@@ -75,8 +75,8 @@ from xla_ckpt.keywords import check_arguments, check_arguments_and_fields, sugge
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.reports import SAVE, PhaseRecorder, SaveReport, Trace, publish_report
+from xla_ckpt.saving.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.saving.context import Cancellation
-from xla_ckpt.saving.registry import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
 from xla_ckpt.storage.signals import DeferSignals
 from xla_ckpt.storage.trace_file import resolve_trace_file
@@ -466,10 +466,10 @@ class _BackgroundDcpSave:
         return report
 
     def release(self) -> None:
-        """See `xla_ckpt.saving.registry.BackgroundSave`."""
+        """See `xla_ckpt.saving.background.BackgroundSave`."""
 
     def clean_up(self, *, failed: bool) -> None:
-        """See `xla_ckpt.saving.registry.BackgroundSave`."""
+        """See `xla_ckpt.saving.background.BackgroundSave`."""
 
 
 _latest_save_lock = fork_safe_lock()

@@ -166,7 +166,7 @@ class ExchangeSequence:
             books.publish("settled", settled)  # overwritten each time, and never deleted
         return settled
 
-    def wait_for_peers(self, seconds: float) -> None:
+    def wait_at_exit(self, seconds: float) -> None:
         """On rank 0, wait until all ranks have closed all exchanges, at most `seconds` seconds.
 
         Without a launcher, the process of rank 0 hosts the store, which ends with it.
@@ -332,4 +332,4 @@ def shut_down(communicator: Communicator | None) -> None:
             logger.debug("the end of this process could not be told to other ranks: %s", error)
     if not has_launcher_store():
         for rounds in _sequences:
-            rounds.wait_for_peers(EXIT_GRACE_SECONDS)
+            rounds.wait_at_exit(EXIT_GRACE_SECONDS)

@@ -167,15 +167,15 @@ class _CrcCheckedSource:
         self._verified = [False for _ in self._storages]
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        self._compare(offset, offset + len(buffer))
+        self._verify_storages(offset, offset + len(buffer))
         return self._source.read_into(buffer, offset)
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        if self._compare(offset, offset + len(buffer)):
+        if self._verify_storages(offset, offset + len(buffer)):
             return self._source.read_into(buffer, offset)  # the bytes are in the page cache now
         return self._source.read_once(buffer, offset, scratch)
 
-    def _compare(self, start: int, stop: int) -> bool:
+    def _verify_storages(self, start: int, stop: int) -> bool:
         """Verify the CRC of each storage that overlaps a range, unless it was verified. Return True if any overlaps."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         touched = False

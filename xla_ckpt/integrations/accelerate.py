@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.loading.load import Loaded, load_checkpoint
-from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.saving.background import SaveHandle
 from xla_ckpt.saving.save import save_checkpoint
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.state.rng import RNGState

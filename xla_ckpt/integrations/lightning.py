@@ -38,7 +38,7 @@ from xla_ckpt.integrations.random_state import CapturedRNGState
 from xla_ckpt.keywords import check_deferred_arguments
 from xla_ckpt.loading.load import Loaded, load_checkpoint, restore
 from xla_ckpt.options import LoadOptions, SaveOptions, resolve_options
-from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.saving.background import SaveHandle
 from xla_ckpt.saving.save import finalize_checkpoint, save, save_checkpoint
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.storage.resolve import PathLike, normalize_path
@@ -183,7 +183,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         """Save if saves are made at the end of epochs, or if the last step requested it."""
         if self._resumed is not None and trainer.fit_loop.restarting:
             # Lightning does not step these in an epoch that it has not started.
-            _step_schedulers(trainer, pl_module, _monitored(trainer))
+            _step_schedulers(trainer, pl_module, _collect_plateau_metrics(trainer))
         self._resumed = None
         if self._due or (self._every is None and trainer.global_step != self._saved_at):
             self._save(trainer, pl_module, at_end=True)
@@ -200,7 +200,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         optimizer, optimizers = numbered("optimizer", contents.optimizers)
         scheduler, schedulers = numbered("scheduler", contents.schedulers)
         loaders = PerRank(_Loaders(_ended(contents.loaders) if at_end else contents.loaders), reshard=_resharded)
-        monitored = _monitored(trainer) if at_end and not trainer.fit_loop.restarting else {}
+        monitored = _collect_plateau_metrics(trainer) if at_end and not trainer.fit_loop.restarting else {}
         self.handle = save_checkpoint(
             self._root,
             f"step_{step}",
@@ -300,7 +300,7 @@ def _validation_follows(trainer: Any) -> bool:
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
-def _monitored(trainer: Any) -> dict[int, Any]:
+def _collect_plateau_metrics(trainer: Any) -> dict[int, Any]:
     """Return {scheduler index: the value to step it with} for the end of this epoch, after all hooks.
 
     (lightning 2.6, `_FitLoop.on_advance_end`; Lightning's own checkpoints lack that step.)

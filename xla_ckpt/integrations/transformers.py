@@ -26,7 +26,7 @@ from xla_ckpt.integrations.random_state import CapturedRNGState
 from xla_ckpt.loading.load import load_checkpoint
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import LoadOptions
-from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.saving.background import SaveHandle
 from xla_ckpt.saving.save import finalize_checkpoint, save_checkpoint
 from xla_ckpt.storage.resolve import PathLike
 

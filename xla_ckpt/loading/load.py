@@ -65,7 +65,7 @@ from xla_ckpt.reports import (
     format_rate,
     publish_report,
 )
-from xla_ckpt.saving.registry import SAVES, install_exit_hook
+from xla_ckpt.saving.background import SAVES, install_exit_hook
 from xla_ckpt.saving.request import LoadRequest
 from xla_ckpt.state.base_model import merge_digests
 from xla_ckpt.state.guard import WRITE_BARRIER
@@ -327,7 +327,7 @@ def _load(
         raise
     if job.exchange.rank == 0:
         start_commit_helper(near.store if near is not None else store)
-        if value is None and not content.description:
+        if value is None and not content.object_names:
             logger.warning(
                 "tag %s: nothing was loaded: the tag has no user content, and no object was given. Give those that "
                 "get its state (model=, optimizer=, scheduler=, extras=); xla_ckpt.restore makes all of it anew",
@@ -486,7 +486,7 @@ class LoadTask:
                     value = loadings.install()
             if late_loss.error is not None:
                 raise _make_lost_rank_error(late_loss.error, reader)
-            left = [problem for part in loadings.parts for problem in part.not_loaded]
+            left = [problem for part in loadings.parts for problem in part.left_by_program]
             for problem in left:
                 logger.warning("tag %s: not loaded: %s", reader.tag, problem)
             self._log_warnings(reader, loadings)  # only now, because a damaged tag is skipped

@@ -24,9 +24,9 @@ from xla_ckpt.keywords import check_arguments_and_fields, parse_texts
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions, resolve_options
 from xla_ckpt.reports import PROGRAM_ERRORS, STALL, WAIT, PhaseRecorder, create_trace
+from xla_ckpt.saving.background import BACKGROUND_TASKS, SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.saving.capture import prepare_save
 from xla_ckpt.saving.context import Cancellation, PreparedSave, SaveContext, SaveTiming
-from xla_ckpt.saving.registry import BACKGROUND_TASKS, SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.saving.request import SaveRequest, check_destination, parse_layouts
 from xla_ckpt.saving.run import SaveTask
 from xla_ckpt.snapshot.arena import HOST_MEMORY_POOL
@@ -206,46 +206,51 @@ def _save(path: PathLike, tag: str, content: TrainingObjects | PyTree, request: 
     check_tag_is_string(tag, root.path)
     install_exit_hook()
     handle = SaveHandle(root.path, tag, cancellation, in_background=not request.blocking, uploader=uploader)
-    frozen: PreparedSave | CheckpointError | None = None
-    save: SaveTask | None = None
-    refused: BaseException | None = None
+    prepared: PreparedSave | CheckpointError | None = None
+    task: SaveTask | None = None
+    immediate_error: BaseException | None = None
     try:
         with SAVES.lock_for(root.path):
-            failed = SAVES.wait_for_previous(root.path)
-            if failed is not None:
+            failed_save = SAVES.wait_for_previous(root.path)
+            if failed_save is not None:
                 SAVES.wait_until_begun()
             phases.record_interval(WAIT, phases.origin, time.perf_counter(), about="for the save before")
             job = get_current_job(root.path, request.mesh, operation="save", timeout=options.timeout)
-            order = request.build_context(path, tag, content, job, root=root, uploader=uploader)
-            earlier = None if failed is None else failed.take_error(tag)
-            job.skip_if_behind(order.call, earlier)
-            frozen, refused = _try_prepare(order, content, job.placement, phases, request, earlier)
+            context = request.build_context(path, tag, content, job, root=root, uploader=uploader)
+            previous_error = None if failed_save is None else failed_save.take_error(tag)
+            job.skip_if_behind(context.call, previous_error)
+            prepared, immediate_error = _try_prepare(context, content, job.placement, phases, request, previous_error)
             timing = SaveTiming(
                 phases=phases, stall=_record_stall(phases), trace=create_trace(file, "save", job.exchange)
             )
-            save = SaveTask(
-                context=order, job=job, prepared=frozen, timing=timing, cancellation=cancellation, on_begin=handle.began
+            task = SaveTask(
+                context=context,
+                job=job,
+                prepared=prepared,
+                timing=timing,
+                cancellation=cancellation,
+                on_begin=handle.began,
             )
-            if refused is not None:
+            if immediate_error is not None:
                 handle.mark_told()
-            if refused is None or job.exchange.size > 1:
-                SAVES.start(handle, save, options.on_error)
-                frozen = save = None  # the state is kept in memory only as long as its thread needs it
-        if save is not None and refused is not None:
+            if immediate_error is None or job.exchange.size > 1:
+                SAVES.start(handle, task, options.on_error)
+                prepared = task = None  # the state is kept in memory only as long as its thread needs it
+        if task is not None and immediate_error is not None:
             # Only now, because a callback that receives the report may save on the same path.
-            save.report_refusal(refused)
-        if refused is not None:
-            raise refused
+            task.report_refusal(immediate_error)
+        if immediate_error is not None:
+            raise immediate_error
         if request.blocking or is_interpreter_ending():
             handle.finish()
-        elif failed is not None and job.exchange.size > 1:
+        elif failed_save is not None and job.exchange.size > 1:
             handle.finish_beginning()  # another rank may still have to raise the error that was raised here
         return handle
     except BaseException as error:
         handle.give_up(error)
         raise
     finally:
-        del frozen, save, refused  # otherwise a cycle of this frame and the traceback keeps the state alive
+        del prepared, task, immediate_error  # otherwise a cycle of this frame and the traceback keeps the state alive
 
 
 def _try_prepare(

@@ -102,7 +102,7 @@ class TrainingObjects:
         argument_checks.check_extras(self.extras)
 
     @property
-    def description(self) -> str:
+    def object_names(self) -> str:
         """Names of the objects, as text. All ranks have the same, except for the user content, which rank 0 stores."""
         usual = {schema.MODEL: self.model, schema.OPTIMIZER: self.optimizer, schema.SCHEDULER: self.scheduler}
         names = [name for name, value in usual.items() if value is not None]
@@ -298,7 +298,7 @@ class PyTree:
     """A tree of containers, arrays and plain values to save."""
 
     tree: Any
-    description: ClassVar[str] = "a tree"
+    object_names: ClassVar[str] = "a tree"
     only: ClassVar[tuple[str, ...]] = ()
 
     def capture(self, placement: RankInfo) -> CapturedState:
@@ -336,7 +336,7 @@ class Template:
     path: str = paths.ROOT
     """Leaf path of the part to restore if `like` is None."""
 
-    description: ClassVar[str] = "a tree"
+    object_names: ClassVar[str] = "a tree"
 
     def __post_init__(self) -> None:
         argument_checks.check_like(self.like)

@@ -252,7 +252,7 @@ class PartLoadPlan:
     unexpected: list[LoadProblem] = field(default_factory=list)
     """Stored leaves that this rank does not load: problems unless another pipeline stage loads them."""
 
-    not_loaded: list[LoadProblem] = field(default_factory=list)
+    left_by_program: list[LoadProblem] = field(default_factory=list)
     """Values that code of the program has not loaded, in loads that continue without them."""
 
     state_dict_load: StateDictLoad | None = None

@@ -97,7 +97,7 @@ def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
     if not is_per_rank(member):
         if saved_by is None:
             return stateful.plan_member_load(stored, inner)
-        return _reject_load(stored, "every rank's own state is stored; wrap the member in xla_ckpt.PerRank")
+        return _plan_rejected_load(stored, "every rank's own state is stored; wrap the member in xla_ckpt.PerRank")
     if saved_by is None:  # saved by an older version or without PerRank: one state for all ranks
         saved_by, mesh, alike, parts = 1, None, where.world_size == 1, {0: stored}
     else:
@@ -111,7 +111,9 @@ def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
     own = parts.get(where.rank)
     if isinstance(inner, RNGState) and own is not None and "python" not in (get_children(own.skeleton) or ()):
         # Its generators would be set last, after all other objects have their new state.
-        return _reject_load(stored, "another object's state is stored under this name, and none of random generators")
+        return _plan_rejected_load(
+            stored, "another object's state is stored under this name, and none of random generators"
+        )
     wrapped = member if isinstance(member, PerRank) else PerRank(member)
     if alike and where.rank in parts:
         return stateful.plan_member_load(parts[where.rank], inner)
@@ -124,7 +126,7 @@ def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
     deal = find_position_reshard(wrapped.member, wrapped.position)
     replicas = [] if mesh is None else [parts[r] for i in range(mesh.dp) if (r := mesh.rank({"dp": i})) in parts]
     if deal is None or mesh is None or len(replicas) < mesh.dp:
-        return _reject_load(
+        return _plan_rejected_load(
             stored,
             f"it is the state of {saved_by} ranks, this job has {where.world_size}"
             f"{'' if mesh is None else f' ({where.mesh} in the place of {mesh})'}: say with position= or reshard= of "
@@ -138,11 +140,11 @@ def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
         try:
             deal([part.build() for part in replicas], rank, world)
         except IncompatibleCheckpointError as error:
-            return _reject_load(stored, f"{error.problem}. {error.hint}")
+            return _plan_rejected_load(stored, f"{error.problem}. {error.hint}")
     return dealt
 
 
-def _reject_load(stored: StoredPart, why: str) -> PartLoadPlan:
+def _plan_rejected_load(stored: StoredPart, why: str) -> PartLoadPlan:
     loading = PartLoadPlan()
     loading.add_problem(stored.prefix, why, has_fix=True)
     return loading

@@ -327,7 +327,7 @@ class _ModuleLoadPlanner:
             if self.stored.strict or not said.startswith(_TORCH_ERROR_PREFIX):
                 raise self._create_error(self.differences, said) from error
             # torch's own loads everything it can, and then reports mismatches.
-            self.part_plan.not_loaded += [
+            self.part_plan.left_by_program += [
                 LoadProblem(self.stored.prefix, line.strip()) for line in said.splitlines()[1:]
             ]
             return
@@ -341,7 +341,7 @@ class _ModuleLoadPlanner:
             left += [LoadProblem(self._get_path(key), UNEXPECTED) for key in unread]
             if self.stored.strict:
                 raise self._create_error(left, "")
-            self.part_plan.not_loaded += left
+            self.part_plan.left_by_program += left
         elif unread:
             raise LoadError(
                 "the module saves members of its state that its load_state_dict() ignores: "

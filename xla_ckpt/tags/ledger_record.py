@@ -247,7 +247,7 @@ def clean_unreferenced(store: ObjectStore, attempts: Iterable[str], ledger: Ledg
 
 
 def clean_fixed_names(store: ObjectStore) -> CleanupReport:
-    """Remove the lock records of writers that were killed while they wrote a `FixedNameDraft`."""
+    """Remove the lock records of writers that were killed while they wrote a `InPlaceDraft`."""
     removed, kept = [], {}
     before = (time.time() - ABANDONED_SECONDS) * 1e9
     for record in store.list_names():

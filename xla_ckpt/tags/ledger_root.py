@@ -2,7 +2,7 @@
 
 A `LedgerDraft` is written under a unique attempt name; one conditional update of the ledger commits it, replaces the
 old version and retires older tags. Readers take no lock: files are kept for `RETENTION_COMMITS` commits after they are
-retired. Directories with a name that other libraries expect are written in place as a `FixedNameDraft`.
+retired. Directories with a name that other libraries expect are written in place as a `InPlaceDraft`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class FixedNameDraft:
+class InPlaceDraft:
     """An object that is written in place under its final name, which must be unused.
 
     Each file appears atomically, and the marker files that `Transaction.seal` writes last show that a directory is
@@ -80,7 +80,7 @@ class FixedNameDraft:
     is_open: bool = True
 
     @classmethod
-    def begin(cls, store: ObjectStore, name: str, directory: Directory) -> FixedNameDraft:
+    def begin(cls, store: ObjectStore, name: str, directory: Directory) -> InPlaceDraft:
         """Create a draft.
 
         Raises:
@@ -364,7 +364,7 @@ class LedgerRoot:
     def begin(self, name: str, kind: TransactionKind) -> Draft:
         if kind not in (TransactionKind.TAG, TransactionKind.REPAIR):
             is_file = kind in (TransactionKind.NEW_FILE, TransactionKind.REPLACED_FILE)
-            return FixedNameDraft.begin(self.store, name, self.store.get_directory("" if is_file else name))
+            return InPlaceDraft.begin(self.store, name, self.store.get_directory("" if is_file else name))
         return self._begin(name, kind, make_attempt_name(name, uuid.uuid4().hex))
 
     def begin_upload(self, tag: str, version: str, *, begins: bool) -> LedgerDraft | None:

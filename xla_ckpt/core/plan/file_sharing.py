@@ -78,7 +78,7 @@ def match_base_regions(plan: SavePlan, leaves: LeafTable, base: Manifest) -> lis
         # There are few distinct boxes, and each is looked up once.
         alike = np.array([arrays.metadata_index[row[has]], entries.box_index[has], form[has]])
         kinds, which = np.unique(alike, axis=1, return_inverse=True)
-        cells = [cell(earlier_form, entries.boxes[box], form) for earlier_form, box, form in kinds.T.tolist()]
+        cells = [cell(earlier_form, entries.distinct_boxes[box], form) for earlier_form, box, form in kinds.T.tolist()]
         of_array = np.array(cells, np.int64)[which.reshape(-1)]
         place = arrays.first_shard[row[has]] + of_array
         # Tools that read the directory without the manifest would not find regions in another directory or file type.
@@ -148,7 +148,7 @@ def split_shared(
         if len(rows):
             nbytes += int(sources.nbytes[rows].sum())
             columns = ShardTable(
-                box=BoxArray.from_boxes(entries.boxes).select(entries.box_index[rows]),
+                box=BoxArray.from_boxes(entries.distinct_boxes).select(entries.box_index[rows]),
                 file=np.array([number[f] for f in its.file[rows].tolist()], np.int64),
                 offset=its.offset[rows],
             )

@@ -97,20 +97,22 @@ class FileEntryTable(ColumnarSequence[FileEntry]):
     """Shards of a file in which each region is a shard: a row per shard."""
 
     leaf: Sequence[str]
-    boxes: Sequence[Box]
+    distinct_boxes: Sequence[Box]
     box_index: IntArray
-    """Index into `boxes`, per shard."""
+    """Index into `distinct_boxes`, per shard."""
 
     def __len__(self) -> int:
         return len(self.leaf)
 
     def get_row(self, index: int) -> FileEntry:
-        return FileEntry(leaf=self.leaf[index], box=self.boxes[self.box_index[index]], region=index)
+        return FileEntry(leaf=self.leaf[index], box=self.distinct_boxes[self.box_index[index]], region=index)
 
     def select(self, rows: IntArray) -> FileEntryTable:
         """Return the entries of a file that contains only these regions."""
         return FileEntryTable(
-            leaf=[self.leaf[row] for row in rows.tolist()], boxes=self.boxes, box_index=self.box_index[rows]
+            leaf=[self.leaf[row] for row in rows.tolist()],
+            distinct_boxes=self.distinct_boxes,
+            box_index=self.box_index[rows],
         )
 
 
@@ -203,7 +205,7 @@ def collect_shards(files: Sequence[FilePlan]) -> LeafShardTable:
         places, entries = file.layout.region_ranges, file.entries
         if isinstance(entries, FileEntryTable):
             of_file = ShardTable(
-                box=BoxArray.from_boxes(entries.boxes).select(entries.box_index),
+                box=BoxArray.from_boxes(entries.distinct_boxes).select(entries.box_index),
                 file=np.full(len(entries), number, np.int64),
                 offset=np.array([offset for offset, _ in places], np.int64),
             )
@@ -411,7 +413,7 @@ def plan_save(
                 sources=RegionSourceTable(
                     leaf=leaf, shard_index=own.shard_index[rows], offset=own.offset[form], nbytes=regions.nbytes
                 ),
-                entries=FileEntryTable(leaf=leaf, boxes=[box for _, box in own.kinds], box_index=form),
+                entries=FileEntryTable(leaf=leaf, distinct_boxes=[box for _, box in own.kinds], box_index=form),
             )
         )
     return SavePlan(tuple(files))

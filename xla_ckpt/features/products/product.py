@@ -17,7 +17,7 @@ from xla_ckpt.formats.tags import list_tag_names
 from xla_ckpt.keywords import check_fields
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import ConvertOptions, check_positive_int
-from xla_ckpt.saving.registry import BACKGROUND_TASKS
+from xla_ckpt.saving.background import BACKGROUND_TASKS
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.resolve import PathLike, normalize_path, open_parent, open_store
 from xla_ckpt.tags.deletion import apply_retention

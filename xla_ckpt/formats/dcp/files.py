@@ -66,7 +66,7 @@ class DcpFiles(ScannedFiles):
         return frozenset(self.directory.list_files())
 
     @property
-    def overwrite_hint(self) -> str:
+    def digest_mismatch_hint(self) -> str:
         """Hint for digests that contradict the files."""
         files = (
             f"{MANIFEST_FILE} and {ORBAX_COMMITTED_FILE}" if self.digest_source == MANIFEST_FILE else self.digest_source
@@ -113,7 +113,9 @@ class DcpFiles(ScannedFiles):
         record = digests.make_file_record(name, data)
         if self.digest_records and self.digest_records.get(name) != record:
             raise CorruptCheckpointError(
-                f"{name} is not the one that {self.digest_source} was written for", file=name, hint=self.overwrite_hint
+                f"{name} is not the one that {self.digest_source} was written for",
+                file=name,
+                hint=self.digest_mismatch_hint,
             )
         self.add(record)
         return parse_metadata(data, name)
@@ -149,7 +151,7 @@ class DcpFiles(ScannedFiles):
                 file=name,
                 expected="no such file" if record is None else f"{record.size} bytes",
                 found=f"{size} bytes",
-                hint=self.overwrite_hint,
+                hint=self.digest_mismatch_hint,
             )
         return source
 
@@ -182,7 +184,7 @@ class DcpFiles(ScannedFiles):
         last = bisect_left(record.regions, (span.offset + span.nbytes, 0)) - 1  # the last that begins before its end
         if last < 0 or sum(record.regions[last]) <= span.offset:  # outside of all regions
             if span.file not in self._verified_heads:
-                read_verified_head(ahead.source, record, lambda: self.overwrite_hint)
+                read_verified_head(ahead.source, record, lambda: self.digest_mismatch_hint)
                 self._verified_heads.add(span.file)
             return
         if span.file not in self._block_tables:
@@ -191,7 +193,7 @@ class DcpFiles(ScannedFiles):
         digester = BlockDigester(span.nbytes)
         digester.update(ahead.read_at(span.offset, span.nbytes))
         if tuple(digester.digests) != expected:
-            raise CorruptCheckpointError("a value is damaged", file=span.file, hint=self.overwrite_hint)
+            raise CorruptCheckpointError("a value is damaged", file=span.file, hint=self.digest_mismatch_hint)
 
     def read_zip(
         self,
@@ -252,7 +254,7 @@ class DcpFiles(ScannedFiles):
                 f"{self.digest_source} has no digests of a chunk",
                 file=span.file,
                 expected=f"{nbytes} bytes within {span.offset} to {span.offset + span.nbytes}",
-                hint=self.overwrite_hint,
+                hint=self.digest_mismatch_hint,
             )
         return offset
 

@@ -181,7 +181,7 @@ def open_dcp(store: Store, entry: TagEntry, hints: LoadHints) -> TagReader:
             files.wrap_with_crc_checks(directory, files.file_names), store.path, entry.tag, manifest, objects
         )
         if files.digest_records:
-            reader.damage_hint = files.overwrite_hint
+            reader.damage_hint = files.digest_mismatch_hint
         return reader
 
 

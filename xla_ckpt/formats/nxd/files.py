@@ -106,7 +106,7 @@ class TensorFiles(RankFiles):
             )
         return at
 
-    def has(self, tensor: StoredTensor) -> bool:
+    def has_tensor_file(self, tensor: StoredTensor) -> bool:
         return tensor.location is not None or tensor.file in self.file_names
 
     def is_left_out(self, tensor: StoredTensor) -> bool:

@@ -447,7 +447,7 @@ class InverseRenaming:
 
     renaming: Renaming
     shape: tuple[int, ...]
-    chunk: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
     """Shape of the chunks that are written. Each chunk contains parts of as few arrays of the model as possible."""
 
 

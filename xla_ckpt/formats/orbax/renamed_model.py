@@ -97,9 +97,11 @@ class AssembledArrayFile(ChunkedFile):
         self._reader = reader
         self._inverse = inverse
         self._model = model
-        spans = [range(0, n, size) for n, size in zip(inverse.shape, inverse.chunk, strict=True)]
+        spans = [range(0, n, size) for n, size in zip(inverse.shape, inverse.chunk_shape, strict=True)]
         chunks = [
-            Box(low, tuple(min(a + size, n) for a, size, n in zip(low, inverse.chunk, inverse.shape, strict=True)))
+            Box(
+                low, tuple(min(a + size, n) for a, size, n in zip(low, inverse.chunk_shape, inverse.shape, strict=True))
+            )
             for low in itertools.product(*spans)
         ]
         first = next(inverse.renaming.iterate_parts(chunks[0]))[0]

@@ -76,7 +76,7 @@ class RankFiles(ScannedFiles):
         assert tensor.location is not None
         return tensor.location
 
-    def has(self, tensor: StoredTensor) -> bool:  # for derived classes
+    def has_tensor_file(self, tensor: StoredTensor) -> bool:  # for derived classes
         """Return True if the file of a tensor exists."""
         return True
 

@@ -146,7 +146,7 @@ class RankStateBuilder:
         Raises:
             CorruptCheckpointError: A file contains another tensor.
         """
-        return self._is_same(one, other) and all(map(self.files.has, one.values()))
+        return self._is_same(one, other) and all(map(self.files.has_tensor_file, one.values()))
 
     def _is_same(self, one: TensorCopies, other: TensorCopies) -> bool:
         """Return True if the tensors of two names are equal on every rank, or none of their files was written."""
@@ -154,7 +154,11 @@ class RankStateBuilder:
             return False
         for key, a in one.items():
             b = other[key]
-            if (a.shape, a.dtype, there := self.files.has(a)) != (b.shape, b.dtype, self.files.has(b)):
+            if (a.shape, a.dtype, there := self.files.has_tensor_file(a)) != (
+                b.shape,
+                b.dtype,
+                self.files.has_tensor_file(b),
+            ):
                 return False
             if there and not self.files.is_same(a, b):
                 return False
@@ -169,7 +173,7 @@ class RankStateBuilder:
             CorruptCheckpointError: The file of one of its tensors is missing, while other files of that rank exist.
         """
         first = next(iter(copies.values()))
-        lost = [h.file for h in copies.values() if not self.files.has(h)]
+        lost = [h.file for h in copies.values() if not self.files.has_tensor_file(h)]
         if lost:
             if all(map(self.files.is_left_out, copies.values())):
                 return MissingTensor(first)
