@@ -114,8 +114,8 @@ class Interrupts:
         threading.setprofile(self._elsewhere)
         if self._strike.clock == TIME and self._strike.at:
             threading.Thread(target=self._in_time, args=(number,), daemon=True).start()
-        sys.settrace(self._enter if self._strike.clock == MAIN else None)
         self._begun.set()
+        sys.settrace(self._enter if self._strike.clock == MAIN else None)
         try:
             yield
         finally:
@@ -162,7 +162,18 @@ class Interrupts:
 def _looks(code: types.CodeType) -> frozenset[int]:
     """The instructions of a function before which the interpreter looks for signals."""
     steps = list(dis.get_instructions(code))
-    after = {step.offset for last, step in itertools.pairwise(steps) if last.opname in _LOOK}
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handlers(offset: int) -> list[int]:
+        return [entry.target for entry in table if entry.start <= offset < entry.end]
+
+    # The interpreter checks for signals at the end of a call, which may be the last instruction of a block. Here the
+    # exception is raised before the next instruction, so instants are left out where other handlers cover that one.
+    after = {
+        step.offset
+        for last, step in itertools.pairwise(steps)
+        if last.opname in _LOOK and handlers(last.offset) == handlers(step.offset)
+    }
     turns = {int(step.argval) for step in steps if step.opname.startswith("JUMP_BACKWARD")}
     return frozenset(after | turns)
 
