@@ -111,6 +111,44 @@ def lightning_io(root: Path, steps: int, member: Member | None, grown: bool, loa
     return int(trainer.global_step)
 
 
+def lightning_run(
+    root: Path | str, steps: int, member: Member | None, grown: bool, load: dict[str, Any], every: int = 2
+) -> list[int]:
+    """The steps from which Lightning trains with the callback, and to which."""
+    import lightning.pytorch as pl
+
+    from xla_ckpt.integrations.lightning import CheckpointCallback
+
+    reached: list[int] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network(grown)
+
+        def on_train_start(self) -> None:
+            reached.append(self.global_step)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    callback = CheckpointCallback(root, every_n_steps=every, extras={"member": member} if member else {}, **load)
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[callback],
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(16, 4)))
+    return [*reached, int(trainer.global_step)]
+
+
+def lightning(root: Path, steps: int, member: Member | None, grown: bool, load: dict[str, Any]) -> int:
+    return lightning_run(root, steps, member, grown, load)[-1]
+
+
 def accelerate(root: Path, steps: int, member: Member | None, grown: bool, load: dict[str, Any]) -> int:
     from accelerate import Accelerator
 
@@ -165,6 +203,7 @@ class Adapter:
 
 ADAPTERS = {
     "transformers": Adapter(transformers, {"strict": False}, needs("accelerate")),
+    "Lightning": Adapter(lightning, None, needs("lightning", "torchdata")),
     "Lightning's TagIO": Adapter(lightning_io, None, needs("lightning")),
     "accelerate": Adapter(accelerate, {"strict": False}, needs("accelerate")),
     "torchtitan": Adapter(torchtitan, {"strict": False}, needs("torchtitan", "torch.distributed._local_tensor")),
@@ -196,10 +235,13 @@ def test_a_part_is_loaded_as_the_error_proposes(adapter: Adapter, tmp_path: Path
 
 
 def constructors() -> dict[str, Callable[..., Any]]:
-    from xla_ckpt.integrations.lightning import TagIO
-    from xla_ckpt.integrations.transformers import CheckpointCallback
+    from xla_ckpt.integrations import lightning, transformers
 
-    return {"transformers": lambda **keywords: CheckpointCallback("runs", **keywords), "TagIO": TagIO}
+    return {
+        "transformers": lambda **keywords: transformers.CheckpointCallback("runs", **keywords),
+        "Lightning": lambda **keywords: lightning.CheckpointCallback("runs", **keywords),
+        "TagIO": lightning.TagIO,
+    }
 
 
 @needs("accelerate", "lightning")
@@ -218,7 +260,7 @@ def constructors() -> dict[str, Callable[..., Any]]:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-@pytest.mark.parametrize("adapter", ["transformers", "TagIO"])
+@pytest.mark.parametrize("adapter", ["transformers", "Lightning", "TagIO"])
 def test_what_no_call_takes_is_refused_at_once(
     adapter: str, keywords: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
@@ -276,3 +318,17 @@ def test_a_run_goes_on_from_the_local_directory_of_its_saves(s3: S3Server, tmp_p
         with pytest.raises(KeyboardInterrupt):
             trainer.train(resume_from_checkpoint=callback.resume(trainer))
         assert resumed_at.step == newest
+
+
+@needs("lightning", "torchdata")
+def test_a_lightning_run_goes_on_from_the_local_directory_of_its_saves(s3: S3Server, tmp_path: Path) -> None:
+    root, options = f"s3://{s3.new_bucket()}/run", xla_ckpt.SaveOptions(local=tmp_path / "local")
+    lightning_run(root, 4, None, False, {"options": options})
+    xla_ckpt.finalize_checkpoint()
+    xla_ckpt.Checkpoints(root).delete("step_4")  # as if the machine had been lost before the upload
+    for keywords, newest in (
+        ({}, 2),
+        ({"options": options}, 4),
+        ({"load_options": LoadOptions(local=options.local)}, 4),
+    ):
+        assert lightning_run(root, 5, None, False, keywords, every=100) == [newest, 5]

@@ -18,7 +18,7 @@ _OF_THE_ADAPTER = ("path", "tag", "model", "optimizer", "scheduler", "user_conte
 """Arguments of saves and loads that an adapter passes itself, or that have no effect."""
 
 
-def keeping_keywords(
+def check_call_keywords(
     save: Call, load: Call, *, without: tuple[str, ...] = ()
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Return a decorator that checks save and load keywords when the adapter is created, before training starts.
@@ -40,21 +40,20 @@ class CallKeywords:
     save: dict[str, Any]
     """Keywords of each save."""
 
-    _load: dict[str, Any]
+    _shared: dict[str, Any]
+    """All keywords except the options of saves."""
+
     _load_options: LoadOptions | None
 
     @classmethod
-    def of(
-        cls, keywords: Mapping[str, Any], load_options: LoadOptions | None, *, save: Call, load: Call
-    ) -> CallKeywords:
-        """Return the keywords for calls of `save` and `load`.
+    def create(cls, keywords: Mapping[str, Any], load_options: LoadOptions | None, *, save: Call) -> CallKeywords:
+        """Return the keywords for calls of `save` and for loads.
 
         Args:
-            keywords: The adapter's keywords. ``num_workers``, ``mesh`` and ``shardings`` go to both calls, and
+            keywords: The adapter's keywords. ``num_workers``, ``mesh`` and ``shardings`` go to saves and loads, and
                 ``options`` only to saves.
             load_options: The ``options`` of loads.
             save: The function that the adapter saves with.
-            load: The function that the adapter loads with.
 
         Raises:
             UsageError: ``options`` or ``load_options`` has the wrong class.
@@ -62,7 +61,7 @@ class CallKeywords:
         resolve_options(SaveOptions, keywords.get("options"))
         resolve_options(LoadOptions, load_options)
         shared = {name: value for name, value in keywords.items() if name != "options"}
-        return cls(_select(keywords, save), _select(shared, load), load_options)
+        return cls(_select(keywords, save), shared, load_options)
 
     @property
     def load_options(self) -> LoadOptions:
@@ -74,10 +73,9 @@ class CallKeywords:
         saves: SaveOptions | None = self.save.get("options")
         return options if saves is None or options.local is not None else replace(options, local=saves.local)
 
-    @property
-    def load(self) -> dict[str, Any]:
-        """Keywords of the next load."""
-        return {**self._load, "options": self.load_options}
+    def select_for_load(self, load: Call) -> dict[str, Any]:
+        """Return the keywords of the next call of a function that loads."""
+        return {**_select(self._shared, load), "options": self.load_options}
 
 
 def _select(keywords: Mapping[str, Any], call: Call) -> dict[str, Any]:

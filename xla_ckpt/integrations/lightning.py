@@ -23,7 +23,7 @@ from xla_ckpt.errors import NoCheckpointError, UsageError
 from xla_ckpt.features.preemption import PreemptionGuard
 from xla_ckpt.inspection.checkpoints import Checkpoints
 from xla_ckpt.inspection.tags import has_checkpoint
-from xla_ckpt.integrations.call_keywords import CallKeywords, keeping_keywords
+from xla_ckpt.integrations.call_keywords import CallKeywords, check_call_keywords
 from xla_ckpt.integrations.lightning_run import (
     LOADERS,
     MONITORED,
@@ -35,7 +35,6 @@ from xla_ckpt.integrations.lightning_run import (
     shards_itself,
 )
 from xla_ckpt.integrations.random_state import CapturedRNGState
-from xla_ckpt.keywords import check_deferred_arguments
 from xla_ckpt.loading.load import Loaded, load_checkpoint, restore
 from xla_ckpt.options import LoadOptions, SaveOptions, resolve_options
 from xla_ckpt.saving.background import SaveHandle
@@ -78,13 +77,16 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
             ``strict_loading``, as Lightning does.
         trust_pickle: Load pickled objects, which can run any code. Plain values and arrays never need it; a callback, a
             data module or a hook that stores other objects does, and the save logs a warning that names them.
-        save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
+        load_options: The `options` of `load_checkpoint`; `default_options` by default. Unless they set ``local``, loads
+            also read the ``local`` directory of the saves.
+        keywords: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``, of which
+            ``num_workers``, ``mesh`` and ``shardings`` also go to the loads.
     """
 
     best_model_path = ""
     """Attribute that Lightning reads for ``ckpt_path="best"``. Empty, because no tag is marked as the best one."""
 
-    @check_deferred_arguments(save_checkpoint, options=SaveOptions)
+    @check_call_keywords(save_checkpoint, load_checkpoint, without=("cast",))
     def __init__(
         self,
         root: PathLike,
@@ -94,7 +96,8 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         extras: Mapping[str, Any] | None = None,
         strict: bool = True,
         trust_pickle: bool = False,
-        **save_options: Any,
+        load_options: LoadOptions | None = None,
+        **keywords: Any,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise UsageError("every_n_steps is a number of steps", expected="1 or more", found=every_n_steps)
@@ -102,9 +105,9 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         """Handle of the newest save."""
 
         self._root, self._every, self._guard = root, every_n_steps, guard
-        self._extras, self._options = dict(extras or {}), save_options
-        self._strict, self._trust = strict, trust_pickle
-        self._places = {name: save_options[name] for name in ("mesh", "shardings") if name in save_options}
+        self._extras, self._strict = dict(extras or {}), strict
+        keywords |= {"strict": strict, "trust_pickle": trust_pickle}
+        self._keywords = CallKeywords.create(keywords, load_options, save=save_checkpoint)
         self._saved_at = 0  # no training step yet
         self._due = False
         self._random = CapturedRNGState()
@@ -209,7 +212,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
             scheduler,
             {"step": step, "epoch": trainer.current_epoch, RUN: contents.rest, MONITORED: monitored},
             extras={"rng": self._random, "loaders": loaders, **optimizers, **schedulers, **self._extras},
-            **self._options,
+            **self._keywords.save,
         )
 
     def _dump(self, trainer: Any) -> dict[str, Any]:
@@ -219,8 +222,8 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         def dump() -> None:
             checkpoint.update(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
-        timeout = resolve_options(SaveOptions, self._options.get("options")).timeout
-        job = get_current_job("", self._options.get("mesh"), operation="lightning", timeout=timeout)
+        timeout = resolve_options(SaveOptions, self._keywords.save.get("options")).timeout
+        job = get_current_job("", self._keywords.save.get("mesh"), operation="lightning", timeout=timeout)
         call = CallSignature.create("dump_checkpoint")
         job.skip_if_behind(call)
         with job.participate():
@@ -229,14 +232,14 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
 
     def _resume(self, trainer: Any, module: Any) -> None:
         """Read the newest tag, and pass its checkpoint to Lightning."""
-        if not has_checkpoint(self._root):
+        if not has_checkpoint(self._root, local=self._keywords.load_options.local):
             return
         connector, loaders = trainer._checkpoint_connector, _Loaders([])
         extras = {"rng": self._random, "loaders": PerRank(loaders, reshard=_resharded), **self._extras}
         if shards_itself(trainer):
             resumed = self._load_shards(trainer, module, extras)
         else:
-            stored = restore(self._root, None, trust_pickle=self._trust, **self._places)
+            stored = restore(self._root, None, **self._keywords.select_for_load(restore))
             resumed = Resumed(stored.tree, path=stored.report.path, tag=stored.tag, strict=self._strict)
             self._load(stored.tag, extras=extras)
             rename_weights(resumed.checkpoint["state_dict"], module)  # for hooks; layers may be missing until `setup`
@@ -277,10 +280,8 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
             model,
             optimizer,
             scheduler,
-            strict=self._strict,
             extras=extras,
-            trust_pickle=self._trust,
-            **self._places,
+            **self._keywords.select_for_load(load_checkpoint),
         )
 
 
@@ -369,9 +370,9 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not type-checke
             checkpoints to delete, and how strictly to match the weights (the module's ``strict_loading``).
     """
 
-    @keeping_keywords(save, restore, without=("cast",))
+    @check_call_keywords(save, restore, without=("cast",))
     def __init__(self, *, load_options: LoadOptions | None = None, **keywords: Any) -> None:
-        self._keywords = CallKeywords.of(keywords, load_options, save=save, load=restore)
+        self._keywords = CallKeywords.create(keywords, load_options, save=save)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Save a checkpoint under a path.
@@ -405,7 +406,7 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not type-checke
             CheckpointError: As in `xla_ckpt.restore`.
         """
         root, tag = _place(path)
-        keywords = self._keywords.load
+        keywords = self._keywords.select_for_load(restore)
         if weights_only is not None:
             keywords["trust_pickle"] = not weights_only
         tree: dict[str, Any] = restore(root, tag, **keywords).tree

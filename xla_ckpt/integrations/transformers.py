@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.features.preemption import PreemptionGuard
 from xla_ckpt.inspection.tags import has_checkpoint
-from xla_ckpt.integrations.call_keywords import CallKeywords, keeping_keywords
+from xla_ckpt.integrations.call_keywords import CallKeywords, check_call_keywords
 from xla_ckpt.integrations.random_state import CapturedRNGState
 from xla_ckpt.loading.load import load_checkpoint
 from xla_ckpt.logs import get_logger
@@ -65,7 +65,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             ``shardings`` go to both.
     """
 
-    @keeping_keywords(save_checkpoint, load_checkpoint)
+    @check_call_keywords(save_checkpoint, load_checkpoint)
     def __init__(
         self,
         root: PathLike,
@@ -79,7 +79,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Handle of the newest save."""
 
         self._root, self._guard, self._extras = root, guard, dict(extras or {})
-        self._keywords = CallKeywords.of(keywords, load_options, save=save_checkpoint, load=load_checkpoint)
+        self._keywords = CallKeywords.create(keywords, load_options, save=save_checkpoint)
         self._trainer: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tag: str | None = None
@@ -106,7 +106,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._trainer = trainer
         if tag is None and not has_checkpoint(self._root, local=self._keywords.load_options.local):
             return None
-        loaded = load_checkpoint(self._root, tag, **self._keywords.load)
+        loaded = load_checkpoint(self._root, tag, **self._keywords.select_for_load(load_checkpoint))
         content = loaded.user_content
         if not isinstance(content, Mapping) or _STATE not in content:
             raise IncompatibleCheckpointError(
@@ -176,7 +176,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             objects["optimizer"],
             objects["lr_scheduler"],
             extras=self._members(),
-            **self._keywords.load,
+            **self._keywords.select_for_load(load_checkpoint),
         )
         self._resumed = True
         self._resumed_in_epoch = not float(state.epoch or 0).is_integer()
