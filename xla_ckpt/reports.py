@@ -217,9 +217,9 @@ def format_phases(phases: dict[str, Phase]) -> str:
 
 
 def _format_amount(phase: Phase) -> str:
-    said = [f"{phase.nbytes / 1e6:.1f} MB"] if phase.nbytes else []
-    said += [f"{phase.files} file{'s' if phase.files > 1 else ''}"] if phase.files else []
-    return f" ({', '.join(said)})" if said else ""
+    parts = [f"{phase.nbytes / 1e6:.1f} MB"] if phase.nbytes else []
+    parts += [f"{phase.files} file{'s' if phase.files > 1 else ''}"] if phase.files else []
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _render_html(report: SaveReport | LoadReport) -> str:

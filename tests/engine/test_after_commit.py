@@ -155,7 +155,7 @@ def test_a_store_that_is_lost_after_the_commit_is_no_error_where_the_tag_was_com
 
 def follows_commits(rank: int, root: Path) -> list[str]:
     """Whatever follows a commit fails, on all ranks: the saves do not."""
-    from xla_ckpt.saving import run as engine_save
+    from xla_ckpt.saving import run as saving_run
     from xla_ckpt.tags import directory_root
 
     def fail(*_: object, **__: object) -> None:
@@ -166,9 +166,9 @@ def follows_commits(rank: int, root: Path) -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("xla_ckpt").addHandler(handler)
     for where, name in (
-        (engine_save, "cache_manifest"),
-        (engine_save, "record_saved_buffers"),
-        (engine_save, "publish_report"),
+        (saving_run, "cache_manifest"),
+        (saving_run, "record_saved_buffers"),
+        (saving_run, "publish_report"),
         (directory_root.LEASES, "record_commit"),
         (directory_root, "_trash_or_warn"),
     ):

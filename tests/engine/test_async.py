@@ -18,7 +18,7 @@ import xla_ckpt
 from tests.nursery import Born, Call, Program, bear
 from tests.runs import names_in
 from xla_ckpt.saving import background
-from xla_ckpt.saving import run as engine_save
+from xla_ckpt.saving import run as saving_run
 
 
 def put(root: Path, tag: str, value: float = 0.0, **options: Any) -> xla_ckpt.SaveHandle:
@@ -33,13 +33,13 @@ def stored(root: Path, tag: str | None = None) -> float:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds back the writing of every save until it is set."""
     opened = threading.Event()
-    write = engine_save.write_files
+    write = saving_run.write_files
 
     def held(*args: Any, **kwargs: Any) -> Any:
         assert opened.wait(60)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(engine_save, "write_files", held)
+    monkeypatch.setattr(saving_run, "write_files", held)
     return opened
 
 
@@ -67,13 +67,13 @@ def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threadi
 
 def test_a_call_does_not_wait_for_what_the_save_before_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, ended = threading.Event(), list[bool]()
-    tidy = engine_save.SaveTask.clean_up
+    tidy = saving_run.SaveTask.clean_up
 
-    def held(save: engine_save.SaveTask, *, failed: bool) -> None:
+    def held(save: saving_run.SaveTask, *, failed: bool) -> None:
         ended.append(may_end.wait(30))
         tidy(save, failed=failed)
 
-    monkeypatch.setattr(engine_save.SaveTask, "clean_up", held)
+    monkeypatch.setattr(saving_run.SaveTask, "clean_up", held)
     put(tmp_path, "a", 1.0, async_save=True).result()
     second = put(tmp_path, "a", 2.0, async_save=True)
     assert not second.done()
@@ -132,7 +132,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(engine_save, "write_files", fail)
+    monkeypatch.setattr(saving_run, "write_files", fail)
 
 
 @pytest.mark.usefixtures("broken")
@@ -166,7 +166,7 @@ def test_a_failed_save_nobody_asked_about_raises_from_the_next_call(tmp_path: Pa
 def test_the_save_after_a_failed_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "a", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine_save, "write_files", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "I/O error")))
+        patch.setattr(saving_run, "write_files", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "I/O error")))
         with pytest.raises(xla_ckpt.StorageError, match="I/O error"):
             put(tmp_path, "a", 2)
     assert stored(tmp_path, "a") == 1
@@ -232,13 +232,13 @@ def stored_model(root: Path) -> float:
 def forks_while_a_save_is_in_flight(root: Path) -> int:
     """The exit code of the child, which has nothing to wait for."""
     xla_ckpt.save(root, "first", {"w": torch.ones(1)})  # loads orbax
-    opened, write = threading.Event(), engine_save.write_files
+    opened, write = threading.Event(), saving_run.write_files
 
     def waiting(*args: Any, **kwargs: Any) -> Any:
         opened.wait()
         return write(*args, **kwargs)
 
-    engine_save.write_files = waiting
+    saving_run.write_files = waiting
     xla_ckpt.save(root, "a", {"w": torch.ones(1)}, async_save=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jax warns of the fork
@@ -264,7 +264,7 @@ def cannot_write(*args: Any, **kwargs: Any) -> None:
 
 
 def saves_what_cannot_be_written(root: Path) -> None:
-    engine_save.write_files = cannot_write  # type: ignore[assignment]
+    saving_run.write_files = cannot_write  # type: ignore[assignment]
     saves(root)
 
 

@@ -182,13 +182,13 @@ def test_the_error_of_a_save_is_raised_the_same_each_time() -> None:
 
 def failed(root: str) -> xla_ckpt.SaveHandle:
     """An asynchronous save that has failed."""
-    from xla_ckpt.saving import run as engine_save
+    from xla_ckpt.saving import run as saving_run
 
     def writes(*_: Any, **__: Any) -> Any:
         raise ValueError("x")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_save, "write_files", writes)
+        patch.setattr(saving_run, "write_files", writes)
         handle = xla_ckpt.save(root, "a", {"w": torch.ones(3)}, async_save=True)
         handle.wait()
     return handle

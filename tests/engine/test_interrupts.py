@@ -22,7 +22,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.progress import IoContext
-from xla_ckpt.saving import run as engine_save
+from xla_ckpt.saving import run as saving_run
 from xla_ckpt.tags.root import Transaction
 
 MEGABYTES = 40
@@ -51,7 +51,7 @@ def interrupted_at(segment: int, patch: pytest.MonkeyPatch) -> None:
 
     The main thread, which waits for the save, is not woken up by it: the system may hand any signal to any thread.
     """
-    write, counted = engine_save.write_files, iter(range(10_000))
+    write, counted = saving_run.write_files, iter(range(10_000))
 
     def writing(directory: Any, plan: Any, memory: Any, crew: IoContext, **options: Any) -> Any:
         def dealt(nbytes: int) -> None:
@@ -64,7 +64,7 @@ def interrupted_at(segment: int, patch: pytest.MonkeyPatch) -> None:
 
         return write(directory, plan, memory, replace(crew, progress=dealt), **options)
 
-    patch.setattr(engine_save, "write_files", writing)
+    patch.setattr(saving_run, "write_files", writing)
 
 
 def interrupted_in_the_commit(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.jobs import run_on_ranks
 from tests.storage.failing import Faults
 from xla_ckpt import SaveOptions
 from xla_ckpt.errors import CheckpointError, SaveError
-from xla_ckpt.saving import run as engine_save
+from xla_ckpt.saving import run as saving_run
 from xla_ckpt.saving.background import BACKGROUND_TASKS
 from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.storage.memory import MemoryFiles
@@ -115,7 +115,7 @@ def test_a_function_that_exits_when_it_hears_of_a_save_changes_nothing(
 def test_a_function_that_exits_when_it_hears_of_an_error_leaves_it_to_be_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_save, "write_files", panics)
+    monkeypatch.setattr(saving_run, "write_files", panics)
     handle = xla_ckpt.save(tmp_path, "a", {"w": torch.ones(3)}, async_save=True, options=SaveOptions(on_error=exits))
     with pytest.raises(SaveError, match="PanicException"):
         handle.result(60)
@@ -123,7 +123,7 @@ def test_a_function_that_exits_when_it_hears_of_an_error_leaves_it_to_be_raised(
 
 def panics_on_one_rank(rank: int, root: Path, which: int) -> str:
     if rank == which:
-        engine_save.write_files = panics
+        saving_run.write_files = panics
     try:
         xla_ckpt.save(root, "a", {"w": torch.ones(3)}, options=SaveOptions(timeout=120))
     except BaseException as error:

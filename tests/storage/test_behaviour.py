@@ -22,7 +22,7 @@ from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 from xla_ckpt.formats.tags import open_tag
-from xla_ckpt.saving import run as engine_save
+from xla_ckpt.saving import run as saving_run
 from xla_ckpt.storage import resolve
 from xla_ckpt.storage.base import Store, read_file
 from xla_ckpt.storage.local import LocalStore
@@ -165,13 +165,13 @@ def test_a_training_state(root: str, layout: str, asynchronous: bool) -> None:
 
 
 def test_saves_in_the_background(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, write = threading.Event(), engine_save.write_files
+    gate, write = threading.Event(), saving_run.write_files
 
     def held(*args: Any, **kwargs: Any) -> Any:
         assert gate.wait(60)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(engine_save, "write_files", held)
+    monkeypatch.setattr(saving_run, "write_files", held)
     tensor = torch.zeros(1000)
     handle = xla_ckpt.save(root, "a", {"w": tensor}, async_save=True)
     tensor.fill_(7)

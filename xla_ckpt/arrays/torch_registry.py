@@ -20,7 +20,7 @@ from xla_ckpt.arrays.torch_elements import (
     is_plain_tensor,
     is_xla_tensor,
 )
-from xla_ckpt.arrays.torch_tensor import TorchAdapter, create_dense_target_factory
+from xla_ckpt.arrays.torch_tensor import CheckpointableTensorAdapter, TorchAdapter, create_dense_target_factory
 from xla_ckpt.core.dtypes import DType
 from xla_ckpt.core.manifest.arrays import ArrayMetadata
 from xla_ckpt.core.sharding.local_array import LocalArray, create_unsharded
@@ -56,8 +56,6 @@ def _get_dtensor_adapter() -> ArrayAdapter:
 
 @functools.cache
 def _get_checkpointable_adapter() -> ArrayAdapter:
-    from xla_ckpt.arrays.torch_tensor import CheckpointableTensorAdapter
-
     return CheckpointableTensorAdapter(_find_plain_adapter)
 
 

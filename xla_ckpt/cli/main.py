@@ -18,24 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_ckpt import __version__
-from xla_ckpt.cli import (
-    commands as keeping,
-)
-from xla_ckpt.cli import (
-    commands as looking,
-)
-from xla_ckpt.cli import (
-    commands as mending,
-)
-from xla_ckpt.cli import (
-    commands as viewing,
-)
-from xla_ckpt.cli import (
-    commands as writing,
-)
-from xla_ckpt.cli import (
-    completion,
-)
+from xla_ckpt.cli import commands, completion
 from xla_ckpt.cli.output import translate_log_messages, translate_stdout_errors, translate_to_options
 from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.display import make_lines_printable
@@ -69,8 +52,8 @@ COMMANDS: dict[str, _Command] = {
     "ls": _Command(
         help="List the tags of a directory, oldest first; or the roots below it, where it has no tags itself. The size "
         "of a tag is that of its arrays, each counted once; where no index says that, that of its files.",
-        action=looking.run_ls,
-        add_arguments=looking.add_ls_arguments,
+        action=commands.run_ls,
+        add_arguments=commands.add_ls_arguments,
         examples="""\
   xla-ckpt ls runs/lm                      tags, oldest first
   xla-ckpt ls runs                         all roots below, and their newest tags
@@ -79,8 +62,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "show": _Command(
         help="Show what a tag holds: parts, arrays, plain values.",
-        action=looking.run_show,
-        add_arguments=looking.add_show_arguments,
+        action=commands.run_show,
+        add_arguments=commands.add_show_arguments,
         examples="""\
   xla-ckpt show runs/lm                    the newest tag
   xla-ckpt show runs/lm step_10 --leaf model/layers.0
@@ -90,24 +73,24 @@ COMMANDS: dict[str, _Command] = {
     "verify": _Command(
         help="Read all bytes of a tag and compare them with their digests, or CRC-32. It says how many bytes it read: "
         "copies and padding, too.",
-        action=looking.run_verify,
-        add_arguments=looking.add_verify_arguments,
+        action=commands.run_verify,
+        add_arguments=commands.add_verify_arguments,
         examples="""\
   xla-ckpt verify runs/lm                  the newest tag
   xla-ckpt verify runs/lm --all            every tag; exit code 1 if one is damaged""",
     ),
     "explain": _Command(
         help="Say what a restore over another mesh would read, before it reads it.",
-        action=looking.run_explain,
-        add_arguments=looking.add_explain_arguments,
+        action=commands.run_explain,
+        add_arguments=commands.add_explain_arguments,
         examples="""\
   xla-ckpt explain runs/lm --mesh dp=2,tp=4
   xla-ckpt explain runs/lm --mesh tp=8 --sharding up_proj tp,_""",
     ),
     "diff": _Command(
         help="Say what differs between two tags, and by how much. Exit code 1 if anything does.",
-        action=looking.run_diff,
-        add_arguments=looking.add_diff_arguments,
+        action=commands.run_diff,
+        add_arguments=commands.add_diff_arguments,
         examples="""\
   xla-ckpt diff runs/lm step_10 step_20    two tags of a root
   xla-ckpt diff runs/lm/step_10 runs/lm/step_20
@@ -116,8 +99,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "view": _Command(
         help="Show tags, arrays, comparisons and plans as pages in a browser of this machine, or as one file of HTML.",
-        action=viewing.run_view,
-        add_arguments=viewing.add_view_arguments,
+        action=commands.run_view,
+        add_arguments=commands.add_view_arguments,
         examples="""\
   xla-ckpt view runs/lm                    prints an address; Ctrl-C ends it
   xla-ckpt view s3://bucket/lm --port 8000
@@ -125,8 +108,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "export": _Command(
         help="Write the model of a tag as Hugging Face safetensors.",
-        action=writing.run_export,
-        add_arguments=writing.add_export_arguments,
+        action=commands.run_export,
+        add_arguments=commands.add_export_arguments,
         examples="""\
   xla-ckpt export runs/lm hf                              safetensors and their index, with the names of the tag
   xla-ckpt export runs/lm hf --config config.json         a Llama-like model by Hugging Face's names, with config.json
@@ -134,8 +117,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "convert": _Command(
         help="Write a tag anew, in another layout or for another topology.",
-        action=writing.run_convert,
-        add_arguments=writing.add_convert_arguments,
+        action=commands.run_convert,
+        add_arguments=commands.add_convert_arguments,
         examples="""\
   xla-ckpt convert runs/lm native --to native               any layout into this library's own
   xla-ckpt convert runs/lm nxd --to xser --mesh dp=2,tp=4   for neuronx-distributed on 8 ranks, with use_xser=True
@@ -145,8 +128,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "rm": _Command(
         help="Delete tags, as the retention of a save would.",
-        action=keeping.run_rm,
-        add_arguments=keeping.add_rm_arguments,
+        action=commands.run_rm,
+        add_arguments=commands.add_rm_arguments,
         examples="""\
   xla-ckpt rm runs/lm step_10 step_20      asks first
   xla-ckpt rm runs/lm/step_10              the same of one tag, named by its path
@@ -154,8 +137,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "retain": _Command(
         help="Delete the tags that a policy does not keep, as the retention of a save would.",
-        action=keeping.run_retain,
-        add_arguments=keeping.add_retain_arguments,
+        action=commands.run_retain,
+        add_arguments=commands.add_retain_arguments,
         examples="""\
   xla-ckpt retain runs/lm --newest 3 --best loss:2 --dry-run   which would go, and why each other one stays
   xla-ckpt retain runs/lm --newest 3 --every 1000 --yes        what one of several keeps, stays
@@ -163,36 +146,36 @@ COMMANDS: dict[str, _Command] = {
     ),
     "pin": _Command(
         help="Exempt tags from the retention of saves.",
-        action=keeping.run_pin,
-        add_arguments=keeping.add_pin_arguments,
+        action=commands.run_pin,
+        add_arguments=commands.add_pin_arguments,
         examples="  xla-ckpt pin runs/lm step_10",
     ),
     "unpin": _Command(
         help="Let the retention of saves have tags again.",
-        action=keeping.run_unpin,
-        add_arguments=keeping.add_pin_arguments,
+        action=commands.run_unpin,
+        add_arguments=commands.add_pin_arguments,
         examples="  xla-ckpt unpin runs/lm step_10",
     ),
     "clean": _Command(
         help="Remove what killed writers left. What somebody writes or reads stays.",
-        action=mending.run_clean,
-        add_arguments=mending.add_clean_arguments,
+        action=commands.run_clean,
+        add_arguments=commands.add_clean_arguments,
         examples="""\
   xla-ckpt clean runs/lm                   a save does so, too; this one says what it did
   xla-ckpt clean s3://bucket/lm            and lists all files there: some no save would find""",
     ),
     "adopt": _Command(
         help="Take complete tags in an object store into its record of tags, if that is damaged or was removed.",
-        action=mending.run_adopt,
-        add_arguments=mending.add_adopt_arguments,
+        action=commands.run_adopt,
+        add_arguments=commands.add_adopt_arguments,
         examples="""\
   xla-ckpt adopt s3://bucket/lm            all tags that have a manifest
   xla-ckpt adopt s3://bucket/lm step_10    this one""",
     ),
     "upload": _Command(
         help="Upload the tags of a directory that a job saved to first, and that are not in the object store yet.",
-        action=mending.run_upload,
-        add_arguments=mending.add_upload_arguments,
+        action=commands.run_upload,
+        add_arguments=commands.add_upload_arguments,
         examples="""\
   xla-ckpt upload /nvme/lm s3://bucket/lm  after a job that saved with local="/nvme/lm", and did not wait""",
     ),
@@ -249,10 +232,10 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argume
         prog="xla-ckpt", description="Look into checkpoint directories, keep them, and write tags anew."
     )
     parser.add_argument("--version", action="version", version=f"xla-ckpt {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     parsers: dict[str, argparse.ArgumentParser] = {}
     for name, command in COMMANDS.items():
-        parsers[name] = commands.add_parser(
+        parsers[name] = subparsers.add_parser(
             name,
             help=command.help,
             description=command.help,

@@ -128,13 +128,13 @@ def export_hf(
         annotate_errors(path=store.path, tag=tag),
     ):
         check_file(stored)
-        tells_names = part == schema.MODEL
+        is_model = part == schema.MODEL
         reader, part = narrow_to_part(remove_rank_numbers(stored), part)
         check_split(reader, part)
         if part == schema.MODEL:
             check_whole_model(reader)
         warn_divergent(reader)
-        reader, beside = rename_from_metadata(store, reader) if tells_names else (reader, {})
+        reader, beside = rename_from_metadata(store, reader) if is_model else (reader, {})
         if known is not None:
             reader = rename_to_hugging_face(reader, part, known, options)
             part = schema.MODEL

@@ -186,11 +186,12 @@ def check_whole_model(reader: TagReader) -> None:
     """
     skeleton = reader.manifest.skeleton
     if schema.is_without_base(skeleton) or schema.has_only_adapters(skeleton):
-        said = schema.is_without_base(skeleton)  # otherwise detected by the names: PEFT directories, and LoraModel
+        # Without a record, adapters are detected by their names: PEFT directories, and LoraModel.
+        is_part = schema.is_without_base(skeleton)
         raise UsageError(
-            f"the tag has {'a part' if said else 'adapters'} of its model alone{' (only=)' if said else ''}, which no "
-            "reader would take for a model",
-            leaf=schema.BASE if said else schema.MODEL,
+            f"the tag has {'a part' if is_part else 'adapters'} of its model alone"
+            f"{' (only=)' if is_part else ''}, which no reader would take for a model",
+            leaf=schema.BASE if is_part else schema.MODEL,
             hint="convert(..., to='peft') (xla-ckpt convert --to peft) writes adapters as PEFT has them, where their "
             "configuration is stored. Else load the base and this tag into the model, and save all of it.",
         )

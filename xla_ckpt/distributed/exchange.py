@@ -259,12 +259,12 @@ class Exchange:
         Returns:
             The error that all ranks raise, or None if rank 0 has begun to commit.
         """
-        said = None if error is None else error.to_json()
+        outcome = None if error is None else error.to_json()
         try:
-            first = self._put_once(f"{self.outer_name}/{OUTCOME_KEY}", said)
+            first = self._put_once(f"{self.outer_name}/{OUTCOME_KEY}", outcome)
         except RankFailedError as gone:
             return error or gone  # the store is unreachable, so the decision of other ranks is unknown
-        return error if first == said else None if first is None else from_json(first)
+        return error if first == outcome else None if first is None else from_json(first)
 
     def publish_once(self, key: str, value: Any) -> Any:
         """Publish a value unless one is published under this key; return the published value.

@@ -81,11 +81,11 @@ def announce_exit(exchange: Exchange) -> None:
         hint="All ranks must make the same calls: none of them may stand under `if rank == 0`, and no rank may end "
         "before the others.",
     )
-    word = Handshake(call=CallSignature(_EXIT_OPERATION), error=error).to_json()
+    message = Handshake(call=CallSignature(_EXIT_OPERATION), error=error).to_json()
     if exchange.rank == 0:
-        exchange.publish_once(_VERDICT_KEY, word)
+        exchange.publish_once(_VERDICT_KEY, message)
     else:
-        exchange.publish(f"{_HANDSHAKE_KEY}/{exchange.rank}", word)
+        exchange.publish(f"{_HANDSHAKE_KEY}/{exchange.rank}", message)
 
 
 def prepare_handshake(exchange: Exchange, call: CallSignature, prepare: Callable[[], Any]) -> Handshake:
@@ -117,21 +117,21 @@ def exchange_handshakes(exchange: Exchange, handshake: Handshake, combine: Calla
 
 
 def _decide_verdict(exchange: Exchange, handshake: Handshake, combine: Callable[[list[Any]], Any]) -> Handshake:
-    words: list[Handshake] = []
+    handshakes: list[Handshake] = []
     try:
-        for said in chain(
+        for received in chain(
             [handshake], map(Handshake.from_json, exchange.receive_each(_HANDSHAKE_KEY, range(1, exchange.size)))
         ):
-            if said.exit_error is not None:
-                return said
-            if said.error is not None:
-                raise said.error
-            words.append(said)
-        calls = [said.call for said in words]
+            if received.exit_error is not None:
+                return received
+            if received.error is not None:
+                raise received.error
+            handshakes.append(received)
+        calls = [received.call for received in handshakes]
         different = find_call_mismatch(calls)
         if different is not None:
             return Handshake(call=handshake.call, value=[call.to_json() for call in calls], error=different)
-        return Handshake(call=handshake.call, value=combine([said.value for said in words]))
+        return Handshake(call=handshake.call, value=combine([received.value for received in handshakes]))
     except CheckpointError as error:
         return _make_failure(handshake.call, error)
 
@@ -246,10 +246,10 @@ def find_call_mismatch(calls: Sequence[CallSignature]) -> UsageError | None:
         call.operation == calls[0].operation for call in calls
     )  # options of different functions are not comparable
     names = {name: None for call in calls for name in call.options if alike}
-    said = [[str(call) for call in calls]]
-    said += [[f"{name}={call.options.get(name, 'nothing')}" for call in calls] for name in names]
+    parts = [[str(call) for call in calls]]
+    parts += [[f"{name}={call.options.get(name, 'nothing')}" for call in calls] for name in names]
     differing = [
-        disagreement for texts in said if (disagreement := RankMismatch.find(dict(enumerate(texts)))) is not None
+        disagreement for texts in parts if (disagreement := RankMismatch.find(dict(enumerate(texts)))) is not None
     ]
     first, *more = differing
     return UsageError(

@@ -343,8 +343,8 @@ def _check_values(reader: TagReader, targets: Mapping[str, Target], regions: lis
     low = min(place.memory.span[0] for place in regions)
     high = max(place.memory.span[1] for place in regions)
     itemsize = next(iter(stored)).itemsize
-    rehearsed = np.zeros((high - low) * itemsize // regions[0].memory.itemsize, np.uint8)
-    views = [_view_memory(rehearsed, place.memory, low, itemsize) for place in regions]
+    trial_memory = np.zeros((high - low) * itemsize // regions[0].memory.itemsize, np.uint8)
+    views = [_view_memory(trial_memory, place.memory, low, itemsize) for place in regions]
     for view, values in zip(views, arrays, strict=True):
         view[...] = values.reshape(view.shape)
     for view, values in zip(views, arrays, strict=True):

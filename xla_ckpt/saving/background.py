@@ -207,7 +207,7 @@ class SaveHandle:
         """Wait until all ranks have begun this save, or its outcome is known. Never raises."""
         self._begun.wait(unless=lambda: self._is_orphaned)
 
-    def mark_told(self) -> None:
+    def mark_error_reported(self) -> None:
         """Mark the error as reported to the caller."""
         self._error_reported = True
 
@@ -400,8 +400,8 @@ class SaveRegistry:
             CheckpointError: A save failed, and its error has not been reported yet. Errors of further saves were
                 logged.
         """
-        untold = self.drain(path)
-        if untold and (error := untold[0].error) is not None:
+        unreported = self.drain(path)
+        if unreported and (error := unreported[0].error) is not None:
             raise make_deferred_error(error)
 
     def finish_at_exit(self) -> None:

@@ -81,35 +81,35 @@ def negotiate_save(
     """
     uploader, placement = context.uploader, job.placement
 
-    def word() -> Any:
-        frozen = get_prepared()
+    def describe_rank() -> Any:
+        prepared = get_prepared()
         return RankHello(
-            layout=frozen.layout,
-            arrays_fingerprint=compute_arrays_fingerprint(frozen.collect_array_facts(frozen.is_shared_leaf))
+            layout=prepared.layout,
+            arrays_fingerprint=compute_arrays_fingerprint(prepared.collect_array_facts(prepared.is_shared_leaf))
             if job.exchange.size > 1
             else "",
-            leaves=tuple(frozen.leaves.paths) if placement.mesh.pp > 1 and placement.is_stage_leader else (),
-            planner_info=frozen.planner.shared_info,
+            leaves=tuple(prepared.leaves.paths) if placement.mesh.pp > 1 and placement.is_stage_leader else (),
+            planner_info=prepared.planner.shared_info,
             disk=DiskInfo("") if uploader is None else uploader.get_disk_info(saves=True),
         ).to_json()
 
-    def united(said: Sequence[Any]) -> Any:
-        words, mesh = [RankHello.from_json(one) for one in said], placement.mesh
-        _check_same_layout([word.layout for word in words])
+    def combine(messages: Sequence[Any]) -> Any:
+        hellos, mesh = [RankHello.from_json(message) for message in messages], placement.mesh
+        _check_same_layout([hello.layout for hello in hellos])
         return SaveAgreement(
-            mismatched_ranks=tuple(find_mismatched_ranks([word.arrays_fingerprint for word in words], mesh)),
+            mismatched_ranks=tuple(find_mismatched_ranks([hello.arrays_fingerprint for hello in hellos], mesh)),
             first_stages=find_first_stages(
-                [w.leaves for rank, w in enumerate(words) if mesh.first_of_stage(rank) == rank]
+                [hello.leaves for rank, hello in enumerate(hellos) if mesh.first_of_stage(rank) == rank]
             ),
-            planner_info=get_prepared().planner.combine_infos([word.planner_info for word in words]),
-            disks=combine_disk_infos([word.disk for word in words]),
+            planner_info=get_prepared().planner.combine_infos([hello.planner_info for hello in hellos]),
+            disks=combine_disk_infos([hello.disk for hello in hellos]),
         ).to_json()
 
     if job.exchange.rank == 0:
         context.root.prepare_commit()  # on this thread, because the caller does not wait for it
     with phases.measure("meet"):
         try:
-            agreed = SaveAgreement.from_json(job.begin_call(context.call, word, united))
+            agreed = SaveAgreement.from_json(job.begin_call(context.call, describe_rank, combine))
         except RankFailedError as lost:
             # Other errors are about calls that differ, perhaps in path and tag, and must be the same on all ranks.
             lost.at(path=context.root.path, tag=context.tag)

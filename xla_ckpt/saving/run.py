@@ -366,8 +366,8 @@ class SaveTask:
         """Receive the results of all ranks, and return them with this rank's own."""
         parts = [RankResult(own, self._get_timings(plan))]
         with self.phases.measure("meet"):
-            for rank, said in enumerate(self.exchange.receive_each("record", range(1, self.exchange.size)), 1):
-                part = RankResult.from_json(said)
+            for rank, message in enumerate(self.exchange.receive_each("record", range(1, self.exchange.size)), 1):
+                part = RankResult.from_json(message)
                 parts.append(part)
                 parts[-1] = RankResult(
                     part.record.resolve_names(parts[self.mesh.first_of_stage(rank)].record), part.timings

@@ -232,7 +232,7 @@ def _save(path: PathLike, tag: str, content: TrainingObjects | PyTree, request: 
                 on_begin=handle.began,
             )
             if immediate_error is not None:
-                handle.mark_told()
+                handle.mark_error_reported()
             if immediate_error is None or job.exchange.size > 1:
                 SAVES.start(handle, task, options.on_error)
                 prepared = task = None  # the state is kept in memory only as long as its thread needs it
@@ -282,8 +282,8 @@ def _as_rank_error(
     the caller.
     """
     problem = as_checkpoint_error(error, "preparing", placement.rank, path=context.root.path, tag=context.tag)
-    is_told = context.options.on_error == "raise" or isinstance(problem, PROGRAM_ERRORS)
-    at_once = not isinstance(error, Exception) or (placement.world_size == 1 and is_told)
+    raises_error = context.options.on_error == "raise" or isinstance(problem, PROGRAM_ERRORS)
+    at_once = not isinstance(error, Exception) or (placement.world_size == 1 and raises_error)
     return problem, error if at_once else None
 
 

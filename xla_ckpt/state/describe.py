@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_ckpt import pickled_objects as pickles
+from xla_ckpt import pickled_objects
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.core.dtypes import DType
 from xla_ckpt.core.fingerprint import compute_text_fingerprint
@@ -149,7 +149,7 @@ class StateDescription:
         """Build the tree of a part of the state, with `create_array(leaf path, kind)` called for each array."""
 
         def unpickled(index: int, leaf: str) -> Any:
-            return pickles.load(
+            return pickled_objects.load(
                 self.pickled_structure_objects[index], leaf, trust=True
             )  # this process has just pickled it
 
@@ -340,7 +340,7 @@ def _dump_object(leaf: str, value: Any) -> bytes:
         "pickled; loading it needs trust_pickle=True",
         stacklevel=_count_library_frames(),
     )
-    return pickles.dump(value, leaf)
+    return pickled_objects.dump(value, leaf)
 
 
 _SKIPPED_MODULES = (f"{PACKAGE}.", "torch._dynamo.")

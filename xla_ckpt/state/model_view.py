@@ -260,7 +260,7 @@ def _walk_module_paths(
     module: torch.nn.Module, actual_prefix: str = "", state_dict_prefix: str = "", plain_prefix: str = ""
 ) -> Iterator[_ModulePath]:
     yield _ModulePath(module, actual_prefix, state_dict_prefix, plain_prefix)
-    step, is_said = _get_wrapper_step(module)
+    step, is_declared = _get_wrapper_step(module)
     for name, child in module._modules.items():
         if child is not None:
             added = f"{name}."
@@ -268,7 +268,7 @@ def _walk_module_paths(
             yield from _walk_module_paths(
                 child,
                 actual_prefix + added,
-                state_dict_prefix if is_inner and not is_said else state_dict_prefix + added,
+                state_dict_prefix if is_inner and not is_declared else state_dict_prefix + added,
                 plain_prefix if is_inner else plain_prefix + added,
             )
 
@@ -396,14 +396,14 @@ def _unwrap_torch_wrapper(model: torch.nn.Module) -> torch.nn.Module | None:
 
     A wrapper with hooks registered by the program is kept, because they affect saving and loading.
     """
-    step, is_said = _get_wrapper_step(model)
+    step, is_declared = _get_wrapper_step(model)
     hooks = (
         model._state_dict_pre_hooks,
         model._state_dict_hooks,
         model._load_state_dict_pre_hooks,
         model._load_state_dict_post_hooks,
     )
-    return model._modules[step] if step is not None and is_said and not any(hooks) else None
+    return model._modules[step] if step is not None and is_declared and not any(hooks) else None
 
 
 def _is_transparent_wrapper(wrapper: Any, inner: torch.nn.Module) -> bool:

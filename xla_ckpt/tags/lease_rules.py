@@ -122,11 +122,11 @@ def decide_lease(
         return "refuse"
     if observation is None:
         return "take"
-    its_lock_tells = observation.owner is not None and observation.is_local and observation.owner.locked
-    if its_lock_tells and observation.is_locked is False:
+    lock_is_conclusive = observation.owner is not None and observation.is_local and observation.owner.locked
+    if lock_is_conclusive and observation.is_locked is False:
         return "take over"
     if observation.has_changed:
         return "refuse"
     if observation.observed_seconds < expiry_seconds:
         return "wait"
-    return "refuse" if its_lock_tells and observation.is_locked else "take over"
+    return "refuse" if lock_is_conclusive and observation.is_locked else "take over"

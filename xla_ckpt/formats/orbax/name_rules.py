@@ -418,10 +418,10 @@ def _resolve_sizes(rule: NameRule, dims: Sequence[Axes], shape: Sequence[int], l
     """
     sizes = dict(rule.sizes)
     for group, n in zip(dims, shape, strict=False):
-        unsaid = [axis for axis in group if axis not in sizes]
+        unsized = [axis for axis in group if axis not in sizes]
         known = math.prod(sizes[axis] for axis in group if axis in sizes)
-        sizes |= dict.fromkeys(unsaid, n // known)
-        if len(unsaid) > 1 or math.prod(sizes[axis] for axis in group) != n:
+        sizes |= dict.fromkeys(unsized, n // known)
+        if len(unsized) > 1 or math.prod(sizes[axis] for axis in group) != n:
             raise _make_dims_error(rule, dims, shape, leaf)
     if len(shape) != len(dims):
         raise _make_dims_error(rule, dims, shape, leaf)

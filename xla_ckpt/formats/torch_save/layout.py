@@ -6,7 +6,7 @@ from xla_ckpt.core.plan.hints import LoadHints
 from xla_ckpt.errors import CheckpointError, UsageError, wrap_os_errors
 from xla_ckpt.formats.base import ConversionPlan, Layout, StoredState, TargetTopology
 from xla_ckpt.formats.nxd.layout import EXPERT_RANK_FILE_NAME, RANK_FILE_NAME
-from xla_ckpt.formats.scan import TORCH_SAVE_SUFFIXES, get_tensors_folder
+from xla_ckpt.formats.scan import TORCH_SAVE_SUFFIXES, get_tensors_folder, start_verify_report
 from xla_ckpt.formats.smp.tags import find_user_content
 from xla_ckpt.loading.tag_reader import TagReader
 from xla_ckpt.loading.verify import VerifyReport
@@ -61,7 +61,6 @@ class TorchSaveLayout(Layout):
         return open_torch_file(store, entry, hints)
 
     def verify(self, store: Store, entry: TagEntry, workers: int = READ_THREADS) -> VerifyReport:
-        from xla_ckpt.formats.scan import start_verify_report
         from xla_ckpt.formats.torch_save.zip_reader import check_zip_file
 
         with start_verify_report(store, entry.tag) as report:
